@@ -1,0 +1,384 @@
+"""One background thread that runs an iterator ahead, and the hand-off to whoever consumes it.
+
+What is guaranteed, and how:
+
+- Two queues are all that the threads share: `ready` brings parcels to the consumer, `taken` tells the worker how many
+  it took. Both are `SimpleQueue`: they wait without polling, Ctrl-C ends the wait, and `put` may be called from a
+  finalizer inside another `put` or `get` on the same thread. So a *request* to stop takes no lock: it sets a flag and
+  puts a word into each queue.
+- Items are opaque. Only the end mark is looked for, by identity, and each worker has its own.
+- The worker's thread holds the source's iterator and the hand-off, never the consumer's `BackgroundIterator`: dropped
+  anywhere, that is finalized at once, and its finalizer requests without waiting. `Worker` holds no item.
+- A worker that starts inside another worker is that one's child. A request reaches all descendants at once. Who asked
+  from outside waits for them all, once; a worker that closes its source does not wait.
+
+The races, each named again where it is handled: [late child] a child starts while its parent is being stopped; [last
+word] a consumer waits in `next()` while somebody stops the worker; [pause] a worker is about to ask its source;
+[fork] a child process has the objects, but not the thread; [exit] a daemon thread inside a torch operation aborts the
+process when the interpreter is finalized.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any, NoReturn, Protocol, cast
+
+from sidestream.ambient import capture
+
+__all__ = ["BackgroundIterator", "Courier", "Worker"]
+
+_current: contextvars.ContextVar[Worker | None] = contextvars.ContextVar("sidestream_worker", default=None)
+_alive: set[Worker] = set()  # those whose thread has not ended
+
+
+class _Exit:
+    done = False  # the exit hook has run: from here on nothing waits
+
+
+class Courier(Protocol):
+    """What happens to items on their way. One courier serves one iteration; the consumer's thread makes it."""
+
+    def before_next(self) -> None:
+        """Run in the consumer's thread before an item is taken: if it raises, nothing is lost."""
+
+    def issue(self, item: Any) -> Any:
+        """Turn an item into the parcel that waits. Run by the worker before it asks the source for more."""
+
+    def receive(self, parcel: Any) -> Any:
+        """Turn the parcel into what `next()` returns. Run in the consumer's thread."""
+
+
+class Worker:
+    """The thread, and the words it obeys: `request`, `wait`, `pause`, `resume`. It holds no item."""
+
+    def __init__(self, name: str, close_timeout: float) -> None:
+        self.name = name
+        self.close_timeout = close_timeout
+        self.end = object()  # the last word in `ready`
+        self.ended = False  # the source ended, by itself or by its error
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.halted = False  # paused, or on the wrong side of a fork: next() has to look
+        self.forked = False
+        self.left_behind = False  # it was stuck when somebody waited for it; nobody waits again but the exit hook
+        self.busy = threading.Lock()  # held while the source is asked
+        self.taken: SimpleQueue[int] = SimpleQueue()
+        self.ready: Callable[[], SimpleQueue[Any] | None] = lambda: None
+        self.thread: threading.Thread | None = None
+        self.parent: Worker | None = None
+        self.children: set[Worker] = set()
+
+    def start(self, ready: SimpleQueue[Any], body: Callable[..., None], *args: Any) -> None:
+        """Run `body(self, ready, *args)` on a thread of its own, in the ambient state of the calling one."""
+        self.ready = weakref.ref(ready)
+        self.thread = threading.Thread(target=capture(), args=(body, self, ready, *args), name=self.name, daemon=True)
+        _alive.add(self)
+        self.parent = _current.get()
+        if self.parent is not None:
+            self.parent.children.add(self)
+            if self.parent.stopped:  # [late child] either the request has seen the child, or the child sees it here
+                self.request()
+        try:
+            self.thread.start()
+        except RuntimeError:  # there are too many threads; Ctrl-C may come out of start() too, but the thread runs then
+            self.thread = None
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Sign off: the thread has nothing more to do."""
+        _alive.discard(self)
+        if self.parent is not None:
+            self.parent.children.discard(self)
+
+    def request(self) -> None:
+        """Ask the worker and its descendants to stop. Takes no lock; callable from anywhere, any number of times."""
+        self.stopped = True
+        self.error = None
+        self.taken.put(0)
+        ready = self.ready()
+        if ready is not None:
+            ready.put(self.end)  # [last word] no consumer waits for an item that will not come
+        for child in tuple(self.children):
+            child.request()
+
+    def wait(self) -> None:
+        """Wait, `close_timeout` seconds at most, for the thread and its descendants. Warn once of one that is stuck."""
+        if not (self.forked or _Exit.done or sys.is_finalizing()):
+            _wait_for([worker for worker in self.family() if not worker.left_behind])
+
+    def family(self) -> list[Worker]:
+        """Itself and its descendants."""
+        return [self, *(one for child in tuple(self.children) for one in child.family())]
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the thread until `deadline`, in the time of `time.monotonic`; return whether it has ended."""
+        if self.thread is None or self.thread.ident is None or self.thread is threading.current_thread():
+            return True
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        return not self.thread.is_alive()
+
+    def where(self) -> str:
+        """Show the stack of the thread as it is now."""
+        ident = self.thread.ident if self.thread is not None else None
+        frame = sys._current_frames().get(ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "(not known)\n"
+
+    def pause(self) -> None:
+        """Ask the source for nothing more; return once a call in progress has ended. No-op where no thread runs.
+
+        Raises:
+            TimeoutError: It did not end within `close_timeout` seconds. Nothing is asked for after it.
+        """
+        if self.thread is None or not self.thread.is_alive():
+            return
+        self.halted = True
+        if not self.busy.acquire(timeout=self.close_timeout):
+            msg = f"{self.name}: the source's next() did not end within {self.close_timeout:g} seconds"
+            raise TimeoutError(msg)
+        self.busy.release()  # [pause] the worker looks at `halted` after it has taken this lock
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self.halted and not self.forked:
+            self.halted = False
+            self.taken.put(0)
+
+
+class BackgroundIterator(Iterator[Any]):
+    """Iterates `source` ahead on a thread that starts at the first `next()`.
+
+    Args:
+        source: What to iterate; `iter` is called on the thread.
+        make_courier: Called at the first `next()`, in the consumer's thread.
+        worker: The thread to be.
+        buffer_size: How many parcels may wait [items]; one more is in the worker's hand.
+        max_bytes: How much may wait [bytes] by `weigh`; one parcel always may.
+        weigh: The size of a parcel [bytes]; asked only where `max_bytes` is given.
+    """
+
+    __slots__ = ("__weakref__", "_courier", "_make_courier", "_ready", "_room", "_source", "worker")
+
+    def __init__(  # noqa: PLR0913 - six words, said once
+        self,
+        source: Iterable[Any],
+        make_courier: Callable[[], Courier],
+        worker: Worker,
+        *,
+        buffer_size: int,
+        max_bytes: int | None = None,
+        weigh: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.worker = worker
+        self._source: Iterable[Any] | None = source
+        self._make_courier = make_courier
+        self._courier: Courier | None = None
+        self._ready: SimpleQueue[Any] | None = SimpleQueue()
+        self._room = _Room(worker, buffer_size, max_bytes, weigh)
+
+    def __next__(self) -> Any:
+        ready, worker = self._ready, self.worker
+        if ready is None:
+            raise StopIteration
+        courier = self._courier or self._open()
+        courier.before_next()
+        if worker.thread is None:
+            worker.start(ready, _run, self._source, courier, self._room)
+            self._source = None
+        elif worker.halted:
+            self._look_twice(ready)
+        parcel = ready.get()
+        if parcel is worker.end:
+            self._end(ready)
+        try:
+            item = courier.receive(parcel)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, StopIteration):
+                raise _no_stop(error) from error
+            raise
+        worker.taken.put(1)
+        return item
+
+    def close(self) -> None:
+        """Stop the worker; wait for it, `close_timeout` seconds at most, unless called on another worker's thread."""
+        self.drop()
+        if _current.get() is None:
+            self.worker.wait()
+
+    def drop(self) -> None:
+        """Stop the worker, drop what waits, and wait for nothing."""
+        self._ready = self._source = None
+        self.worker.request()
+
+    def __del__(self) -> None:
+        self.worker.request()
+
+    def _open(self) -> Courier:
+        try:
+            self._courier = self._make_courier()
+        except BaseException:
+            self.close()
+            raise
+        return self._courier
+
+    def _look_twice(self, ready: SimpleQueue[Any]) -> None:
+        if self.worker.forked:
+            msg = f"{self.worker.name}: the thread of this iterator is in the parent process; call iter() again"
+            raise RuntimeError(msg)
+        if ready.empty():
+            msg = f"{self.worker.name} is paused and nothing waits: call resume() first"
+            raise RuntimeError(msg)
+
+    def _end(self, ready: SimpleQueue[Any]) -> NoReturn:
+        worker = self.worker
+        ready.put(worker.end)  # whoever asks again finds it again
+        error, worker.error = worker.error, None
+        try:
+            if error is not None:
+                raise error
+            if not worker.ended:  # [last word] a short epoch must not look like a whole one
+                msg = f"{worker.name} was stopped while next() waited for an item"
+                raise RuntimeError(msg)
+            raise StopIteration
+        finally:
+            del error  # its traceback holds this frame
+
+
+class _Room:
+    """What waits, as the worker knows it: the sizes of parcels put and not yet reported as taken."""
+
+    __slots__ = ("bytes", "items", "sizes", "taken", "total", "weigh", "worker")
+
+    def __init__(self, worker: Worker, items: int, max_bytes: int | None, weigh: Callable[[Any], int] | None) -> None:
+        self.items, self.bytes = items, math.inf if max_bytes is None else max_bytes
+        self.weigh = None if max_bytes is None else weigh
+        self.worker, self.taken = worker, worker.taken
+        self.sizes: deque[int] = deque()
+        self.total = 0
+
+    def listen(self) -> None:
+        """Wait for a word: so many were taken, or none but a flag has changed."""
+        for _ in range(self.taken.get()):
+            self.total -= self.sizes.popleft()
+
+    def admit(self, parcel: Any) -> bool:
+        """Wait until `parcel` may be put, and count it. False: the worker has to stop instead."""
+        size = self.weigh(parcel) if self.weigh is not None else 0
+        sizes = self.sizes
+        while sizes and (len(sizes) >= self.items or self.total + size > self.bytes):
+            self.listen()
+            if self.worker.stopped:
+                return False
+        sizes.append(size)
+        self.total += size
+        return True
+
+
+def _run(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courier: Courier, room: _Room) -> None:
+    """Be the thread: feed, then close the source, sign off and say the last word, whatever happened."""
+    _current.set(worker)
+    iterator: Iterator[Any] | None = None
+    try:
+        iterator = iter(source)
+        del source
+        _feed(worker, ready, iterator, courier, room)
+    except BaseException as error:  # noqa: BLE001 - the consumer gets it, whatever it is
+        worker.ended = True
+        if not worker.stopped:
+            worker.error = _no_stop(error)
+    _close(iterator)
+    worker.leave()
+    ready.put(worker.end)
+
+
+def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], courier: Courier, room: _Room) -> None:
+    while not worker.stopped:
+        if worker.halted:
+            room.listen()
+            continue
+        with worker.busy:
+            if worker.halted:  # [pause] it came between the look above and the lock
+                continue
+            try:
+                item = next(iterator)
+            except StopIteration:
+                worker.ended = True
+                return
+            parcel = courier.issue(item)
+            del item
+        if not room.admit(parcel):
+            return
+        ready.put(parcel)
+        del parcel
+
+
+def _no_stop(error: BaseException) -> BaseException:
+    """Return `error`, or for StopIteration a RuntimeError: out of `next()` it would look like the end of the data."""
+    if not isinstance(error, StopIteration):
+        return error
+    new = RuntimeError("a sample's own method raised StopIteration, which would have looked like the end of the data")
+    new.__cause__ = error
+    return new
+
+
+def _close(iterator: Iterator[Any] | None) -> None:
+    """Close a generator or an iterator of ours, so that `finally` blocks run here and soon. Others are dropped."""
+    if type(iterator).__name__ == "IteratorDecorator":  # torch's hook around an `__iter__` that is no generator
+        iterator = getattr(iterator, "iterator", None)
+    if not isinstance(iterator, (types.GeneratorType, BackgroundIterator)):
+        return
+    try:
+        iterator.close()
+    except BaseException as error:  # noqa: BLE001 - nobody is left to raise it to: say so as Python does
+        report: Any = (type(error), error, error.__traceback__, "Exception ignored while closing", iterator)
+        sys.unraisablehook(cast(Any, sys.UnraisableHookArgs)(report))
+
+
+def _wait_for(workers: list[Worker]) -> None:
+    started = time.monotonic()
+    stuck = [worker for worker in workers if not worker.join(started + worker.close_timeout)]
+    for worker in [worker for worker in stuck if not worker.left_behind]:
+        worker.left_behind = True
+        warnings.warn(
+            f"{worker.name} did not stop within {worker.close_timeout:g} seconds and is left behind. It ends by itself "
+            f"when the call that it is in returns:\n{worker.where()}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+@atexit.register
+def _before_exit() -> None:
+    """[exit] End every thread while the interpreter is still whole."""
+    workers = list(_alive)
+    for worker in workers:
+        worker.request()
+    try:
+        _wait_for(workers)
+    finally:
+        _Exit.done = True
+
+
+def _in_forked_child() -> None:
+    """[fork] The threads are not here: what they fed is at an end, and nobody waits for them."""
+    for worker in _alive:
+        worker.stopped = worker.halted = worker.forked = True
+    _alive.clear()
+    _current.set(None)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
