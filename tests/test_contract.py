@@ -855,7 +855,7 @@ def test_when_seeds_are_given_it_takes_none_and_ends_the_old_epoch(order: Chain)
     assert settled()
     assert given.generate_seed() == expected.generate_seed()
     assert not hasattr(dp, "set_seed")
-    with pytest.raises(StopIteration):
+    with pytest.raises(RuntimeError, match="was stopped before its source had ended"):
         next(it)
     assert list(dp) == list(range(200))
 

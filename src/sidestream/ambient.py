@@ -25,7 +25,7 @@ def capture() -> Callable[..., None]:
     Function modes (but for the default device) and dispatch modes are not taken.
 
     Returns:
-        `run(body, *args)`, which calls `body(*args)` in that state on a thread that ends after it: the state is set
+        `run(body, *args)`, which calls `body(*args)` in that state on a thread that ends soon after: the state is set
         there, not restored.
     """
     context = contextvars.copy_context()

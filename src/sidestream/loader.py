@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import IterDataPipe
@@ -36,7 +36,8 @@ def prefetch(  # noqa: PLR0913 - the arguments of both stages
         keep_on_cpu: As for `CudaStreamMover`: names whose values are not moved.
         pack_below: As for `CudaStreamMover`: tensors of fewer bytes travel together [bytes].
         max_bytes: As for `ThreadPrefetcher`: how much may wait, loaded [bytes].
-        close_timeout: How long closing waits for a thread that is inside the source [seconds].
+        close_timeout: How long `close()` waits for a thread that is inside the source [seconds]; a new epoch waits
+            until it has left.
 
     Returns:
         A loader of the same length and the same attributes, to be iterated once an epoch.
@@ -80,8 +81,8 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[Any]:
         self.close()
         loading = self._loaded._worker
-        if loading is not None and loading.thread is not None:
-            loading.thread.join()  # a DataLoader with persistent workers would give it batches of the new epoch
+        if loading is not None:
+            loading.join()  # a DataLoader with persistent workers would give it batches of the new epoch
         iterator = iter(self._moved)
         self._newest = weakref.ref(iterator)
         return iterator
@@ -106,7 +107,10 @@ class PrefetchLoader:
 
     def close(self) -> None:
         """End the epoch and wait for its threads, `close_timeout` seconds at most."""
+        newest = self._newest() if self._newest is not None else None
         self._own = self._newest = None
+        if newest is not None:
+            cast(Any, newest).close()
         self._moved.end_epoch()
 
     def __enter__(self) -> PrefetchLoader:  # noqa: PYI034 - typing.Self needs Python 3.11

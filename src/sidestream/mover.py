@@ -30,7 +30,8 @@ class CudaStreamMover(Stage):
     dropped and freed at any time. At most `buffer_size` + 3 samples are on the device for a consumer that keeps none
     and never synchronizes, which is then at most `buffer_size` + 2 steps ahead of the device.
 
-    The source may overwrite what it yielded once it is asked for more, pinned memory included, but not the content of
+    The source may overwrite the tensors that it yielded once it is asked for more, pinned memory included. It may not
+    overwrite what passes as it is (NumPy arrays, values kept on the CPU, tensors that are on the device already), nor
     objects that are moved at delivery: those with a `to` but no `record_stream` of their own, which move on the
     consumer's stream.
 

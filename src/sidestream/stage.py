@@ -92,7 +92,10 @@ class Stage(IterDataPipe[Any]):
         raise AttributeError("set_seed")
 
     def end_epoch(self) -> None:
-        """Stop the worker of the newest iteration and wait for it, `close_timeout` seconds at most."""
+        """Stop the newest iteration and wait for its worker, `close_timeout` seconds at most.
+
+        Its iterator raises RuntimeError from then on, unless it had ended or was closed itself.
+        """
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None:
             iterator.drop()
@@ -134,4 +137,4 @@ def check_seconds(name: str, value: Any) -> float:
     if not 0 <= value < math.inf:
         msg = f"{name} must be finite and not negative, not {value!r}"
         raise ValueError(msg)
-    return float(value)
+    return min(float(value), 1e6)  # the platform's waits have a limit, and this one is for ever

@@ -7,14 +7,16 @@ out among threads. The device's side, streams and events and lifetime, is in `tr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "BLOCK",
     "PACK_FROM",
     "is_plain",
     "is_plain_sparse",
@@ -44,20 +46,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_small(leaf: object, limit: int) -> bool:
-    """Whether `leaf` is plain and contiguous, of fewer than `limit` bytes and of a type that `cat` knows."""
+    """Whether `leaf` is plain and row-major, of fewer than `limit` bytes (at most `BLOCK`), and known to `cat`."""
     if type(leaf) is not torch.Tensor or not leaf.is_cpu or leaf.layout is not torch.strided or leaf.is_nested:
         return False
-    size = leaf.nbytes
-    small = 0 < size < limit and size <= BLOCK and leaf.dtype in PACKABLE and is_row_major(leaf)
-    return small and not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg())
+    if leaf.dtype not in PACKABLE or not 0 < leaf.nbytes < limit or leaf.requires_grad or not leaf.is_contiguous():
+        return False
+    return not (leaf.is_neg() or leaf.is_conj()) and (1 not in leaf.shape or is_row_major(leaf))
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has the strides of a new one. Contiguous ones may differ where a dimension has size 1."""
-    shape = tensor.shape
-    if 1 not in shape or not tensor.is_contiguous():
-        return tensor.is_contiguous()
-    lengths = [*accumulate(reversed(shape), mul, initial=1)]
+    lengths = [*accumulate(reversed(tensor.shape), mul, initial=1)]
     return tensor.stride() == tuple(reversed(lengths[:-1]))
 
 
@@ -92,13 +91,11 @@ def is_plain_sparse(tensor: torch.Tensor) -> bool:
 def staged_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """Copy the parts of a sparse tensor into pinned memory."""
     *indices, values = [staged(part) for part in storages(tensor)]
+    shape = list(tensor.shape)
+    how: dict[str, Any] = {"device": "cpu", "check_invariants": False}  # not the thread's default device
     if tensor.layout is torch.sparse_coo:
-        coalesced = tensor.is_coalesced()
-        shape = list(tensor.shape)
-        return torch.sparse_coo_tensor(indices[0], values, shape, is_coalesced=coalesced, check_invariants=False)
-    row, column = indices
-    shape, layout = list(tensor.shape), tensor.layout
-    return torch.sparse_compressed_tensor(row, column, values, shape, layout=layout, check_invariants=False)
+        return torch.sparse_coo_tensor(indices[0], values, shape, is_coalesced=tensor.is_coalesced(), **how)
+    return torch.sparse_compressed_tensor(indices[0], indices[1], values, shape, layout=tensor.layout, **how)
 
 
 def copy_serially(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -121,9 +118,8 @@ def pack(tensors: list[torch.Tensor], device: torch.device, moved: dict[int, tor
     return [_move_block(block, device, moved) for block in _blocks(_sections(tensors))]
 
 
-Section = tuple[
-    torch.dtype, list[torch.Tensor], int
-]  # tensors of one type with the paddings between them, size [bytes]
+# One type, its tensors with the paddings between them, their size [bytes].
+Section = tuple[torch.dtype, list[torch.Tensor], int]
 
 
 def _sections(tensors: list[torch.Tensor]) -> Iterator[Section]:
@@ -164,28 +160,32 @@ def _blocks(sections: Iterable[Section]) -> Iterator[list[Section]]:
     yield block
 
 
-def _serial(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    return (flat,) if flat.numel() <= SERIAL else flat.split(SERIAL)
-
-
 def _move_block(block: list[Section], device: torch.device, moved: dict[int, torch.Tensor]) -> torch.Tensor:
     sizes = [size for _, _, size in block]
     host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
     for (dtype, pieces, _), part in zip(block, host.split(sizes), strict=True):
-        torch.cat([flat for piece in pieces for flat in _serial(piece)], out=part.view(dtype))
+        torch.cat(_flat(pieces), out=part.view(dtype))
     out = host.to(device, non_blocking=True)
     for (dtype, pieces, _), part in zip(block, out.split(sizes), strict=True):
-        views = part.view(dtype).split_with_sizes([piece.numel() for piece in pieces])
-        # `.data`: a tensor of its own. Views share a version counter: an in-place operation on one would break the
-        # backward pass of its neighbours.
+        # Tensors of their own. Views share a version counter: an in-place operation on one would break the backward
+        # pass of its neighbours. The "unsafe" split gives each a counter, `.data` gives one to what is viewed again.
+        views = part.view(dtype).unsafe_split_with_sizes([piece.numel() for piece in pieces])
         for piece, view in zip(pieces, views, strict=True):
-            moved[id(piece)] = (view if piece.dim() == 1 else view.view(piece.shape)).data
+            moved[id(piece)] = view if piece.dim() == 1 else view.view(piece.shape).data
     return out
+
+
+def _flat(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    flat = [piece if piece.dim() == 1 else piece.reshape(-1) for piece in pieces]
+    if max(map(torch.numel, flat)) > SERIAL:
+        flat = [part for one in flat for part in one.split(SERIAL)]
+    return flat
 
 
 def storages(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return plain tensors that together own all the memory of `tensor`."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:  # by far the most
+        return [tensor.values() if tensor.is_nested else tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in ROWS:
@@ -195,4 +195,4 @@ def storages(tensor: torch.Tensor) -> list[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [plain for name in names for plain in storages(getattr(tensor, name))]
-    return [tensor.values() if tensor.is_nested else tensor]
+    return [tensor]

@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sidestream.samples import leaves, map_leaves
 from sidestream.staging import (
+    BLOCK,
     PACK_FROM,
     is_plain,
     is_plain_sparse,
@@ -142,7 +143,7 @@ class Fence:
             return item
         strange = [leaf for leaf in leaves(item) if not isinstance(leaf, torch.Tensor) or leaf.is_cuda]
         guarded = [guard for leaf in strange for guard in guards(leaf)]
-        fences = {device: record(torch.cuda.current_stream(device)) for device, _ in guarded}
+        fences = {device: record(torch.cuda.current_stream(device)) for device in {device for device, _ in guarded}}
         return Transfer(item, fences, guarded) if guarded else item
 
     def receive(self, parcel: Any) -> Any:
@@ -180,9 +181,8 @@ class Copier:
 
     def __init__(self, device: torch.device, buffer_size: int, keep: frozenset[str], pack_below: int) -> None:
         self.device = device
-        self.stream = side_stream(device)
         self.keep = keep
-        self.pack_below = pack_below
+        self.pack_below = min(pack_below, BLOCK + 1)
         self.pace = Pace(buffer_size)
 
     def before_next(self) -> None:
@@ -194,9 +194,10 @@ class Copier:
         self.pace.wait()
         found = leaves(sample, keep=self.keep)
         if not found:
-            return Transfer(sample, {}, [])
+            return Transfer(map_leaves(_arrive, sample, keep=self.keep), {}, [])
         here = torch.cuda.current_stream(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        # The device first: leaving `stream` alone would leave a context on the thread's own device.
+        with torch.cuda.device(self.device), torch.cuda.stream(side_stream(self.device)):
             return _Move(self, here).run(sample, found)
 
     def receive(self, parcel: Transfer) -> Any:
@@ -221,7 +222,7 @@ class _Move:
         if len(small) >= PACK_FROM:
             self.guarded += [(self.device, block) for block in pack(small, self.device, self.packed)]
         moved = map_leaves(self.leaf, sample, keep=self.copier.keep)
-        event = record(self.copier.stream)
+        event = record(side_stream(self.device))
         if self.borrowed:
             event.synchronize()
         return Transfer(moved, {self.device: event}, self.guarded, self.copier.keep if self.deferred else None)
@@ -243,9 +244,7 @@ class _Move:
 
     def guarded_object(self, item: Any) -> Any:
         inner = tensors_of(item)
-        if not inner or any(
-            tensor.is_cuda for tensor in inner
-        ):  # it holds results of this thread, or hides what it has
+        if not inner or any(tensor.is_cuda for tensor in inner):  # it hides what it has, or holds this thread's results
             self.order()
         self.borrowed = True
         out = move_object(item, self.device)
@@ -273,7 +272,7 @@ class _Move:
         """Let the side stream wait for what this thread has queued: the sample may hold its results."""
         if not self.ordered:
             self.ordered = True
-            self.copier.stream.wait_event(record(self.here))
+            side_stream(self.device).wait_event(record(self.here))
 
 
 class _Deferred:

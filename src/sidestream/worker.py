@@ -2,15 +2,16 @@
 
 What is guaranteed, and how:
 
-- Two queues are all that the threads share: `ready` brings parcels to the consumer, `taken` tells the worker how many
-  it took. Both are `SimpleQueue`: they wait without polling, Ctrl-C ends the wait, and `put` may be called from a
-  finalizer inside another `put` or `get` on the same thread. So a *request* to stop takes no lock: it sets a flag and
-  puts a word into each queue.
+- The hand-off is two queues: `ready` brings parcels to the consumer, `taken` tells the worker how many it took. Both
+  are `SimpleQueue`: they wait without polling, Ctrl-C ends the wait, and `put` may be called from a finalizer inside
+  another `put` or `get` on the same thread. So a *request* to stop takes no lock: it sets a flag and puts a word into
+  each queue.
 - Items are opaque. Only the end mark is looked for, by identity, and each worker has its own.
-- The worker's thread holds the source's iterator and the hand-off, never the consumer's `BackgroundIterator`: dropped
-  anywhere, that is finalized at once, and its finalizer requests without waiting. `Worker` holds no item.
+- The worker's thread holds the source and the hand-off, never the consumer's `BackgroundIterator`: dropped anywhere,
+  that is finalized at once, and its finalizer requests without waiting. `Worker` holds no item.
 - A worker that starts inside another worker is that one's child. A request reaches all descendants at once. Who asked
   from outside waits for them all, once; a worker that closes its source does not wait.
+- Whatever goes wrong on the thread, it says the last word, so that no consumer waits for ever.
 
 The races, each named again where it is handled: [late child] a child starts while its parent is being stopped; [last
 word] a consumer waits in `next()` while somebody stops the worker; [pause] a worker is about to ask its source;
@@ -33,15 +34,16 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
-from typing import Any, NoReturn, Protocol, cast
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, Protocol
 
 from sidestream.ambient import capture
 
 __all__ = ["BackgroundIterator", "Courier", "Worker"]
 
 _current: contextvars.ContextVar[Worker | None] = contextvars.ContextVar("sidestream_worker", default=None)
-_alive: set[Worker] = set()  # those whose thread has not ended
+_started: set[Worker] = set()  # all whose thread may run; looked through at each start
 
 
 class _Exit:
@@ -68,8 +70,7 @@ class Worker:
         self.name = name
         self.close_timeout = close_timeout
         self.end = object()  # the last word in `ready`
-        self.ended = False  # the source ended, by itself or by its error
-        self.error: BaseException | None = None
+        self.outcome: BaseException | type[StopIteration] | None = None  # how the source ended, once it has
         self.stopped = False
         self.halted = False  # paused, or on the wrong side of a fork: next() has to look
         self.forked = False
@@ -79,56 +80,59 @@ class Worker:
         self.ready: Callable[[], SimpleQueue[Any] | None] = lambda: None
         self.thread: threading.Thread | None = None
         self.parent: Worker | None = None
-        self.children: set[Worker] = set()
 
-    def start(self, ready: SimpleQueue[Any], body: Callable[..., None], *args: Any) -> None:
-        """Run `body(self, ready, *args)` on a thread of its own, in the ambient state of the calling one."""
+    def start(self, ready: SimpleQueue[Any], *args: Any) -> None:
+        """Run `_run(self, ready, state, *args)` on a thread of its own; `state` is the caller's ambient state."""
         self.ready = weakref.ref(ready)
-        self.thread = threading.Thread(target=capture(), args=(body, self, ready, *args), name=self.name, daemon=True)
-        _alive.add(self)
         self.parent = _current.get()
-        if self.parent is not None:
-            self.parent.children.add(self)
-            if self.parent.stopped:  # [late child] either the request has seen the child, or the child sees it here
-                self.request()
+        words = (self, ready, capture(), *args)
+        self.thread = threading.Thread(target=_run, args=words, name=self.name, daemon=True)
+        _started.difference_update([worker for worker in tuple(_started) if not worker.runs()])
+        _started.add(self)
+        if any(worker.stopped for worker in self.ancestors()):  # [late child] the request has seen this child, or the
+            self.request()  # child sees the request
         try:
             self.thread.start()
         except RuntimeError:  # there are too many threads; Ctrl-C may come out of start() too, but the thread runs then
             self.thread = None
-            self.leave()
             raise
 
-    def leave(self) -> None:
-        """Sign off: the thread has nothing more to do."""
-        _alive.discard(self)
-        if self.parent is not None:
-            self.parent.children.discard(self)
+    def runs(self) -> bool:
+        """Whether there is a thread that has not ended; one whose `start` is under way has no `ident` yet."""
+        return self.thread is not None and (self.thread.ident is None or self.thread.is_alive())
+
+    def ancestors(self) -> Iterator[Worker]:
+        """The worker inside which this one started, and so on."""
+        worker = self.parent
+        while worker is not None:
+            yield worker
+            worker = worker.parent
+
+    def family(self) -> list[Worker]:
+        """Itself and its descendants, also those whose parent has ended before them."""
+        return [self, *(worker for worker in tuple(_started) if self in worker.ancestors())]
 
     def request(self) -> None:
         """Ask the worker and its descendants to stop. Takes no lock; callable from anywhere, any number of times."""
-        self.stopped = True
-        self.error = None
-        self.taken.put(0)
-        ready = self.ready()
-        if ready is not None:
-            ready.put(self.end)  # [last word] no consumer waits for an item that will not come
-        for child in tuple(self.children):
-            child.request()
+        for worker in self.family():
+            worker.stopped = True
+            if isinstance(worker.outcome, BaseException):
+                worker.outcome = None  # nobody asks for it any more, and its traceback holds what the source held
+            worker.taken.put(0)
+            ready = worker.ready()
+            if ready is not None:
+                ready.put(worker.end)  # [last word] no consumer waits for an item that will not come
 
     def wait(self) -> None:
         """Wait, `close_timeout` seconds at most, for the thread and its descendants. Warn once of one that is stuck."""
         if not (self.forked or _Exit.done or sys.is_finalizing()):
             _wait_for([worker for worker in self.family() if not worker.left_behind])
 
-    def family(self) -> list[Worker]:
-        """Itself and its descendants."""
-        return [self, *(one for child in tuple(self.children) for one in child.family())]
-
-    def join(self, deadline: float) -> bool:
+    def join(self, deadline: float | None = None) -> bool:
         """Wait for the thread until `deadline`, in the time of `time.monotonic`; return whether it has ended."""
         if self.thread is None or self.thread.ident is None or self.thread is threading.current_thread():
             return True
-        self.thread.join(max(0.0, deadline - time.monotonic()))
+        self.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not self.thread.is_alive()
 
     def where(self) -> str:
@@ -143,7 +147,7 @@ class Worker:
         Raises:
             TimeoutError: It did not end within `close_timeout` seconds. Nothing is asked for after it.
         """
-        if self.thread is None or not self.thread.is_alive():
+        if not self.runs():
             return
         self.halted = True
         if not self.busy.acquire(timeout=self.close_timeout):
@@ -166,11 +170,11 @@ class BackgroundIterator(Iterator[Any]):
         make_courier: Called at the first `next()`, in the consumer's thread.
         worker: The thread to be.
         buffer_size: How many parcels may wait [items]; one more is in the worker's hand.
-        max_bytes: How much may wait [bytes] by `weigh`; one parcel always may.
-        weigh: The size of a parcel [bytes]; asked only where `max_bytes` is given.
+        max_bytes: How much may wait [bytes] by `weigh`; one parcel always may. None: nothing is weighed.
+        weigh: The size of a parcel [bytes].
     """
 
-    __slots__ = ("__weakref__", "_courier", "_make_courier", "_ready", "_room", "_source", "worker")
+    __slots__ = ("__weakref__", "_closed", "_courier", "_make_courier", "_ready", "_room", "_source", "worker")
 
     def __init__(  # noqa: PLR0913 - six words, said once
         self,
@@ -180,9 +184,10 @@ class BackgroundIterator(Iterator[Any]):
         *,
         buffer_size: int,
         max_bytes: int | None = None,
-        weigh: Callable[[Any], int] | None = None,
+        weigh: Callable[[Any], int] = lambda _: 0,
     ) -> None:
         self.worker = worker
+        self._closed = False
         self._source: Iterable[Any] | None = source
         self._make_courier = make_courier
         self._courier: Courier | None = None
@@ -192,17 +197,18 @@ class BackgroundIterator(Iterator[Any]):
     def __next__(self) -> Any:
         ready, worker = self._ready, self.worker
         if ready is None:
-            raise StopIteration
+            self._end()
         courier = self._courier or self._open()
         courier.before_next()
         if worker.thread is None:
-            worker.start(ready, _run, self._source, courier, self._room)
+            worker.start(ready, self._source, courier, self._room)
             self._source = None
         elif worker.halted:
             self._look_twice(ready)
         parcel = ready.get()
         if parcel is worker.end:
-            self._end(ready)
+            ready.put(parcel)  # whoever asks again finds it again
+            self._end()
         try:
             item = courier.receive(parcel)
         except BaseException as error:
@@ -215,14 +221,20 @@ class BackgroundIterator(Iterator[Any]):
 
     def close(self) -> None:
         """Stop the worker; wait for it, `close_timeout` seconds at most, unless called on another worker's thread."""
+        self._closed = True
         self.drop()
         if _current.get() is None:
             self.worker.wait()
 
     def drop(self) -> None:
         """Stop the worker, drop what waits, and wait for nothing."""
-        self._ready = self._source = None
+        ready, self._ready, self._source = self._ready, None, None
         self.worker.request()
+        if ready is not None:
+            with suppress(Empty):  # a thread that is stuck would hold all of it
+                while True:
+                    ready.get_nowait()
+            ready.put(self.worker.end)
 
     def __del__(self) -> None:
         self.worker.request()
@@ -239,23 +251,21 @@ class BackgroundIterator(Iterator[Any]):
         if self.worker.forked:
             msg = f"{self.worker.name}: the thread of this iterator is in the parent process; call iter() again"
             raise RuntimeError(msg)
-        if ready.empty():
+        if ready.empty() and _current.get() is None:  # another worker can wait: it does not hold up who would resume
             msg = f"{self.worker.name} is paused and nothing waits: call resume() first"
             raise RuntimeError(msg)
 
-    def _end(self, ready: SimpleQueue[Any]) -> NoReturn:
-        worker = self.worker
-        ready.put(worker.end)  # whoever asks again finds it again
-        error, worker.error = worker.error, None
+    def _end(self) -> NoReturn:
+        """Raise how the source ended; after that, and after `close`, StopIteration."""
+        outcome = StopIteration if self._closed else self.worker.outcome
+        if outcome is None:  # [last word] a short epoch must not look like a whole one
+            msg = f"{self.worker.name} was stopped before its source had ended"
+            raise RuntimeError(msg)
+        self.worker.outcome = StopIteration
         try:
-            if error is not None:
-                raise error
-            if not worker.ended:  # [last word] a short epoch must not look like a whole one
-                msg = f"{worker.name} was stopped while next() waited for an item"
-                raise RuntimeError(msg)
-            raise StopIteration
+            raise outcome
         finally:
-            del error  # its traceback holds this frame
+            del outcome  # its traceback holds this frame
 
 
 class _Room:
@@ -263,7 +273,7 @@ class _Room:
 
     __slots__ = ("bytes", "items", "sizes", "taken", "total", "weigh", "worker")
 
-    def __init__(self, worker: Worker, items: int, max_bytes: int | None, weigh: Callable[[Any], int] | None) -> None:
+    def __init__(self, worker: Worker, items: int, max_bytes: int | None, weigh: Callable[[Any], int]) -> None:
         self.items, self.bytes = items, math.inf if max_bytes is None else max_bytes
         self.weigh = None if max_bytes is None else weigh
         self.worker, self.taken = worker, worker.taken
@@ -288,21 +298,26 @@ class _Room:
         return True
 
 
-def _run(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courier: Courier, room: _Room) -> None:
-    """Be the thread: feed, then close the source, sign off and say the last word, whatever happened."""
-    _current.set(worker)
-    iterator: Iterator[Any] | None = None
+def _run(worker: Worker, ready: SimpleQueue[Any], state: Callable[..., None], *args: Any) -> None:
+    """Be the thread: work, then say the last word, whatever happened."""
     try:
-        iterator = iter(source)
-        del source
-        _feed(worker, ready, iterator, courier, room)
+        state(_work, worker, ready, *args)
     except BaseException as error:  # noqa: BLE001 - the consumer gets it, whatever it is
-        worker.ended = True
         if not worker.stopped:
-            worker.error = _no_stop(error)
-    _close(iterator)
-    worker.leave()
-    ready.put(worker.end)
+            worker.outcome = _no_stop(error)
+    finally:
+        ready.put(worker.end)
+
+
+def _work(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courier: Courier, room: _Room) -> None:
+    _current.set(worker)
+    if worker.stopped:
+        return
+    iterator = iter(source)
+    try:
+        _feed(worker, ready, iterator, courier, room)
+    finally:
+        _close(iterator)
 
 
 def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], courier: Courier, room: _Room) -> None:
@@ -316,7 +331,7 @@ def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], cour
             try:
                 item = next(iterator)
             except StopIteration:
-                worker.ended = True
+                worker.outcome = StopIteration
                 return
             parcel = courier.issue(item)
             del item
@@ -335,17 +350,17 @@ def _no_stop(error: BaseException) -> BaseException:
     return new
 
 
-def _close(iterator: Iterator[Any] | None) -> None:
+def _close(iterator: Iterator[Any]) -> None:
     """Close a generator or an iterator of ours, so that `finally` blocks run here and soon. Others are dropped."""
     if type(iterator).__name__ == "IteratorDecorator":  # torch's hook around an `__iter__` that is no generator
-        iterator = getattr(iterator, "iterator", None)
+        iterator = getattr(iterator, "iterator", iterator)
     if not isinstance(iterator, (types.GeneratorType, BackgroundIterator)):
         return
     try:
         iterator.close()
-    except BaseException as error:  # noqa: BLE001 - nobody is left to raise it to: say so as Python does
-        report: Any = (type(error), error, error.__traceback__, "Exception ignored while closing", iterator)
-        sys.unraisablehook(cast(Any, sys.UnraisableHookArgs)(report))
+    except BaseException as error:  # noqa: BLE001 - an error is on its way already, or nobody is left to raise it to
+        report = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(report))
 
 
 def _wait_for(workers: list[Worker]) -> None:
@@ -364,7 +379,7 @@ def _wait_for(workers: list[Worker]) -> None:
 @atexit.register
 def _before_exit() -> None:
     """[exit] End every thread while the interpreter is still whole."""
-    workers = list(_alive)
+    workers = list(_started)
     for worker in workers:
         worker.request()
     try:
@@ -375,9 +390,9 @@ def _before_exit() -> None:
 
 def _in_forked_child() -> None:
     """[fork] The threads are not here: what they fed is at an end, and nobody waits for them."""
-    for worker in _alive:
+    for worker in _started:
         worker.stopped = worker.halted = worker.forked = True
-    _alive.clear()
+    _started.clear()
     _current.set(None)
 
 
