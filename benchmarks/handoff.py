@@ -7,7 +7,7 @@ in the same process, runs interleaved; every contender stands behind the same pi
 waits, buffer 10, with 1 ms between. Idle: the CPU of a process whose buffer is full and whose consumer is away. Nothing
 to hide: wall time over that of plain iteration where only one side has work, 1 ms of computing or of loading.
 
-Last table: none yet.
+Last table: not run.
 """
 
 from __future__ import annotations

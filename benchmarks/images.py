@@ -7,7 +7,7 @@ small convolutional network is trained on them: on the GPU where there is one, e
 over plain iteration, whose runs alternate with the contender's. Best: what a perfect overlap would gain, from loading
 alone and computing alone.
 
-Last table: none yet.
+Last table: not run.
 """
 
 from __future__ import annotations

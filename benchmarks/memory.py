@@ -6,7 +6,7 @@ Batches of 4 MB, buffers of 2, all counted in batches. Device: the allocator's p
 device is as late as it may be. Bound of the mover: buffer + 3 = 5. Host: the most batches that were loaded and not yet
 freed; pinned: the pinned allocator's peak. Bound of the two stages: buffer + 1 each, and one in the mover's hand.
 
-Last table: none yet.
+Last table: not run.
 """
 
 from __future__ import annotations

@@ -7,8 +7,25 @@ moving them is all that costs. "One by one" pins and copies each tensor by itsel
 the CPU over that of "one by one" in the same process. Simulated copies cost no more than the call, so on a GPU the gain
 of fewer copies is larger. The last rows: what the consumer's thread spends in `next()` on a sample that waits.
 
-Last table: none yet.
-"""
+Last table: 2026-11-29 · 2 cores, AMD EPYC, Linux · load average 1.0 at the start · device: simulated, not a GPU · torch threads: 1 · python 3.11.7, torch 2.14.1, torchdata 0.9.0, prefetch_generator 1.0.3
+
+| CPU [µs] (over one by one) / copies | one by one               | sidestream, mover alone  | sidestream, both stages  | torchdata prefetch, pin_memory |
+| ----------------------------------- | ------------------------ | ------------------------ | ------------------------ | ------------------------------ |
+| 1 x 1 KB                            | 21 (1.01) / 1            | 170 (6.68) / 1           | 255 (9.85) / 1           | 85 (3.94) / 1                  |
+| 1 x 1 MB                            | 78 (1.00) / 1            | 247 (2.99) / 1           | 285 (3.50) / 1           | 159 (2.04) / 1                 |
+| 10 x 1 KB                           | 80 (1.00) / 10           | 271 (2.47) / 1           | 361 (3.27) / 1           | 246 (3.02) / 10                |
+| 50 x 1 KB                           | 356 (1.00) / 50          | 453 (0.90) / 1           | 570 (1.15) / 1           | 1,081 (2.99) / 50              |
+| 200 x 256 B                         | 1,396 (1.00) / 200       | 970 (0.50) / 1           | 1,123 (0.58) / 1         | 4,384 (3.09) / 200             |
+| 200 x 1 KB                          | 1,429 (1.00) / 200       | 998 (0.50) / 1           | 1,138 (0.58) / 1         | 4,504 (3.14) / 200             |
+| 200 x 1 KB, four dtypes             | 1,444 (1.00) / 200       | 1,050 (0.52) / 1         | 1,173 (0.59) / 1         | 4,337 (3.00) / 200             |
+| 200 x 1 KB, nested                  | 1,541 (1.00) / 200       | 1,212 (0.57) / 1         | 1,532 (0.72) / 1         | 4,943 (3.14) / 200             |
+| 200 x 64 KB                         | 3,754 (1.02) / 200       | 7,091 (1.47) / 200       | 7,453 (1.51) / 200       | 8,360 (2.05) / 200             |
+| 1000 x 256 B                        | 7,862 (1.01) / 1000      | 3,890 (0.35) / 1         | 4,220 (0.38) / 1         | 25,763 (3.32) / 1000           |
+| 1000 x 1 KB                         | 8,705 (1.04) / 1000      | 4,259 (0.35) / 1         | 4,449 (0.39) / 1         | 23,956 (2.92) / 1000           |
+| 1000 x 1 MB                         | not run: 1.0 GB a sample | not run: 1.0 GB a sample | not run: 1.0 GB a sample | not run: 1.0 GB a sample       |
+| next(), 1 MB                        | 147                      | 91                       | 87                       | 68                             |
+| next(), 16 MB                       | 1,967                    | 306                      | 304                      | 248                            |
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 First: from `iter()` to the first item, with everything made anew. Break: dropping the iterator after one item, its
 buffer full. End: from the last item to StopIteration. Left: threads and processes, of 20 breaks, one second later.
 
-Last table: none yet.
+Last table: not run.
 """
 
 from __future__ import annotations
