@@ -20,7 +20,7 @@ LAST = re.compile(r'Last table.*?"""[^\n]*\n', re.DOTALL)
 INTRODUCTION = """# Results
 
 One run of each benchmark, every contender in a process of its own; medians of its rounds. The JSON files beside this
-page have all rounds. Made by:
+page have all rounds. Each table names the command that made it; a whole run with all peers is:
 
     for name in overlap handoff small_tensors start_stop memory images; do
         python benchmarks/$name.py --all-peers --json benchmarks/results/$name.json
