@@ -142,7 +142,7 @@ def measure(contender: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def columns(one: dict[str, Any]) -> list[object]:
-    return [*one["cost"].values(), *one["ready"], one["idle"], one["computing only"], one["loading only"]]
+    return [*one["cost"].values(), *one["ready"], f"{one['idle']:.1f}", one["computing only"], one["loading only"]]
 
 
 def table(results: common.Results) -> str:

@@ -39,11 +39,13 @@ from torch.utils.data import IterDataPipe
 
 import common
 import device
-from handoff import cpu
+from handoff import cpu, step
 from peers import MOVERS, OTHER_MOVERS, Behind, Build, Pipe, Unable, mover, pinned, plain, to_device
 
 KIB, MIB = 1 << 10, 1 << 20
 DTYPES = [torch.float32, torch.int64, torch.uint8, torch.float64]
+PASSES, RUN = 8, 0.3  # runs of one cell; how long one takes at most [seconds]
+BETWEEN = 0.005  # of computing between two calls of `next()` [seconds]
 LARGEST = 256 * MIB  # of a sample [bytes]: a few have to fit into the memory of a small machine
 Case = tuple[int, int, int, bool]  # tensors, bytes of each, dtypes, nested
 CASES: dict[str, Case] = {
@@ -109,15 +111,17 @@ def run(pipe: Pipe) -> float:
 
 
 def cell(build: Build, case: Case, most: int) -> dict[str, Any] | str:
-    """Runs alternate with those of "one by one": a core is not equally fast all the time."""
+    """Runs alternate with those of "one by one": a core is not equally fast all the time. Slow ones are shorter."""
     try:
         sample = make(*case)
     except Unable as reason:
         return str(reason)
-    n = max(3, min(most, 256 * MIB // (case[0] * case[1]), 20_000 // case[0]))
+    start = time.perf_counter()
+    run(build(Ready(3, sample), 2))
+    n = max(3, min(most, 256 * MIB // (case[0] * case[1]), int(3 * RUN / (time.perf_counter() - start))))
     pipe, reference = build(Ready(n, sample), 2), one_by_one(Ready(n, sample), 2)
     used: list[tuple[float, float]] = []
-    for _ in range(4):
+    for _ in range(2 if most < PASSES else PASSES):
         device.reset("ahead")
         took = run(pipe) / n * 1e6
         copies = device.simulator().counters().h2d / n if device.simulator() else "unknown"
@@ -127,13 +131,19 @@ def cell(build: Build, case: Case, most: int) -> dict[str, Any] | str:
 
 
 def consumers_share(build: Build, nbytes: int, n: int) -> float:
-    """CPU of the consumer's thread for a `next()` whose sample of one tensor waits for it [microseconds]."""
+    """CPU of the consumer's thread for a `next()` whose sample of one tensor waits for it [microseconds].
+
+    Between two calls it computes, as long for small samples as for large ones: what a core has in its caches, and how
+    deep it sleeps, would make more of a difference than the bytes.
+    """
     device.reset("timed", bandwidth=1e12)
     iterator = iter(build(Ready(n + 1, torch.ones(nbytes // 4)), 2))
     next(iterator)
     took = []
     for _ in range(n):
-        time.sleep(0.002 + nbytes / 1e9)
+        until = time.perf_counter() + BETWEEN
+        while time.perf_counter() < until:
+            step()
         start = time.thread_time()
         sample = next(iterator)
         took.append(time.thread_time() - start)

@@ -82,6 +82,27 @@ def test_an_error_while_the_ambient_state_is_set_comes_out_of_next(monkeypatch):
     assert caught.value is error
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_start_that_fails_or_is_interrupted_loses_nothing(monkeypatch, error: BaseException, runs: bool):
+    """`Thread.start` waits for the thread, so Ctrl-C may come out of it when the thread runs already."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if runs:
+            start(thread)
+        raise error
+
+    it = background(range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(type(error)) as caught:
+            next(it)
+    assert caught.value is error
+    assert list(it) == list(range(5))
+    assert settled()
+
+
 def test_an_error_that_meets_a_stop_is_no_quiet_end():
     gate = Gate()
 

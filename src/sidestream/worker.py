@@ -89,12 +89,13 @@ class Worker:
         self.thread = threading.Thread(target=_run, args=words, name=self.name, daemon=True)
         _started.difference_update([worker for worker in tuple(_started) if not worker.runs()])
         _started.add(self)
-        if any(worker.stopped for worker in self.ancestors()):  # [late child] the request has seen this child, or the
-            self.request()  # child sees the request
         try:
+            if any(worker.stopped for worker in self.ancestors()):  # [late child] the request has seen this child, or
+                self.request()  # the child sees the request
             self.thread.start()
-        except RuntimeError:  # there are too many threads; Ctrl-C may come out of start() too, but the thread runs then
-            self.thread = None
+        except BaseException:  # there are too many threads, or Ctrl-C, which may come before the thread runs, or after
+            if self.thread.ident is None and self.thread not in threading.enumerate():
+                self.thread = None
             raise
 
     def runs(self) -> bool:
@@ -174,7 +175,7 @@ class BackgroundIterator(Iterator[Any]):
         weigh: The size of a parcel [bytes].
     """
 
-    __slots__ = ("__weakref__", "_closed", "_courier", "_make_courier", "_ready", "_room", "_source", "worker")
+    __slots__ = ("__weakref__", "_begun", "_closed", "_make_courier", "_room", "_source", "worker")
 
     def __init__(  # noqa: PLR0913 - six words, said once
         self,
@@ -190,20 +191,14 @@ class BackgroundIterator(Iterator[Any]):
         self._closed = False
         self._source: Iterable[Any] | None = source
         self._make_courier = make_courier
-        self._courier: Courier | None = None
-        self._ready: SimpleQueue[Any] | None = SimpleQueue()
         self._room = _Room(worker, buffer_size, max_bytes, weigh)
+        self._begun: tuple[SimpleQueue[Any], Courier] | None = None  # between the first next() and close
 
     def __next__(self) -> Any:
-        ready, worker = self._ready, self.worker
-        if ready is None:
-            self._end()
-        courier = self._courier or self._open()
+        ready, courier = self._begun or self._begin()
+        worker = self.worker
         courier.before_next()
-        if worker.thread is None:
-            worker.start(ready, self._source, courier, self._room)
-            self._source = None
-        elif worker.halted:
+        if worker.halted:
             self._look_twice(ready)
         parcel = ready.get()
         if parcel is worker.end:
@@ -228,9 +223,10 @@ class BackgroundIterator(Iterator[Any]):
 
     def drop(self) -> None:
         """Stop the worker, drop what waits, and wait for nothing."""
-        ready, self._ready, self._source = self._ready, None, None
+        begun, self._begun, self._source = self._begun, None, None
         self.worker.request()
-        if ready is not None:
+        if begun is not None:
+            ready, _ = begun
             with suppress(Empty):  # a thread that is stuck would hold all of it
                 while True:
                     ready.get_nowait()
@@ -239,13 +235,25 @@ class BackgroundIterator(Iterator[Any]):
     def __del__(self) -> None:
         self.worker.request()
 
-    def _open(self) -> Courier:
+    def _begin(self) -> tuple[SimpleQueue[Any], Courier]:
+        source = self._source
+        if source is None:
+            self._end()
         try:
-            self._courier = self._make_courier()
+            courier = self._make_courier()
         except BaseException:
             self.close()
             raise
-        return self._courier
+        courier.before_next()
+        ready: SimpleQueue[Any] = SimpleQueue()
+        self._begun, self._source = (ready, courier), None
+        try:
+            self.worker.start(ready, source, courier, self._room)
+        except BaseException:
+            if self.worker.thread is None:  # then the next call begins anew
+                self._begun, self._source = None, source
+            raise
+        return ready, courier
 
     def _look_twice(self, ready: SimpleQueue[Any]) -> None:
         if self.worker.forked:
@@ -281,15 +289,14 @@ class _Room:
         self.total = 0
 
     def listen(self) -> None:
-        """Wait for a word: so many were taken, or none but a flag has changed."""
-        for _ in range(self.taken.get()):
+        """Wait for a word: one was taken, or none but a flag has changed."""
+        if self.taken.get():
             self.total -= self.sizes.popleft()
 
     def admit(self, parcel: Any) -> bool:
         """Wait until `parcel` may be put, and count it. False: the worker has to stop instead."""
-        size = self.weigh(parcel) if self.weigh is not None else 0
-        sizes = self.sizes
-        while sizes and (len(sizes) >= self.items or self.total + size > self.bytes):
+        size, sizes = (0 if self.weigh is None else self.weigh(parcel)), self.sizes
+        while len(sizes) >= self.items or (size and sizes and self.total + size > self.bytes):
             self.listen()
             if self.worker.stopped:
                 return False
@@ -321,11 +328,12 @@ def _work(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courie
 
 
 def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], courier: Courier, room: _Room) -> None:
+    busy, issue, admit, put = worker.busy, courier.issue, room.admit, ready.put
     while not worker.stopped:
         if worker.halted:
             room.listen()
             continue
-        with worker.busy:
+        with busy:
             if worker.halted:  # [pause] it came between the look above and the lock
                 continue
             try:
@@ -333,11 +341,11 @@ def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], cour
             except StopIteration:
                 worker.outcome = StopIteration
                 return
-            parcel = courier.issue(item)
+            parcel = issue(item)
             del item
-        if not room.admit(parcel):
+        if not admit(parcel):
             return
-        ready.put(parcel)
+        put(parcel)
         del parcel
 
 
