@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import contextvars
-import math
 import os
 import sys
 import threading
@@ -75,7 +74,7 @@ class Worker:
         self.halted = False  # paused, or on the wrong side of a fork: next() has to look
         self.forked = False
         self.left_behind = False  # it was stuck when somebody waited for it; nobody waits again but the exit hook
-        self.busy = threading.Lock()  # held while the source is asked
+        self.busy = threading.Lock()  # held by the worker, but where it waits for a word
         self.taken: SimpleQueue[int] = SimpleQueue()
         self.ready: Callable[[], SimpleQueue[Any] | None] = lambda: None
         self.thread: threading.Thread | None = None
@@ -277,31 +276,39 @@ class BackgroundIterator(Iterator[Any]):
 
 
 class _Room:
-    """What waits, as the worker knows it: the sizes of parcels put and not yet reported as taken."""
+    """The room for what waits, as the worker knows it: less what it put, and more by what was reported as taken."""
 
-    __slots__ = ("bytes", "items", "sizes", "taken", "total", "weigh", "worker")
+    __slots__ = ("bytes", "items", "sizes", "weigh", "worker")
 
     def __init__(self, worker: Worker, items: int, max_bytes: int | None, weigh: Callable[[Any], int]) -> None:
-        self.items, self.bytes = items, math.inf if max_bytes is None else max_bytes
+        self.worker = worker
+        self.items, self.bytes = items, max_bytes or 0
         self.weigh = None if max_bytes is None else weigh
-        self.worker, self.taken = worker, worker.taken
-        self.sizes: deque[int] = deque()
-        self.total = 0
+        self.sizes: deque[int] = deque()  # of what waits, if it is weighed
 
     def listen(self) -> None:
-        """Wait for a word: one was taken, or none but a flag has changed."""
-        if self.taken.get():
-            self.total -= self.sizes.popleft()
+        """Wait for words: one was taken, or none but a flag has changed. Here alone the worker is not busy."""
+        busy, words = self.worker.busy, self.worker.taken
+        busy.release()
+        taken = words.get()
+        busy.acquire()
+        for _ in range(words.qsize()):  # all at once: the lock is for a wait, not for an item
+            taken += words.get()
+        self.items += taken
+        if self.weigh is not None:
+            self.bytes += sum(self.sizes.popleft() for _ in range(taken))
 
     def admit(self, parcel: Any) -> bool:
-        """Wait until `parcel` may be put, and count it. False: the worker has to stop instead."""
-        size, sizes = (0 if self.weigh is None else self.weigh(parcel)), self.sizes
-        while len(sizes) >= self.items or (size and sizes and self.total + size > self.bytes):
+        """Wait until `parcel` may be put, and count it. False: the worker was stopped meanwhile."""
+        size = 0 if self.weigh is None else self.weigh(parcel)
+        while not self.items or (size > self.bytes and self.sizes):
             self.listen()
             if self.worker.stopped:
                 return False
-        sizes.append(size)
-        self.total += size
+        self.items -= 1
+        if self.weigh is not None:
+            self.bytes -= size
+            self.sizes.append(size)
         return True
 
 
@@ -322,30 +329,26 @@ def _work(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courie
         return
     iterator = iter(source)
     try:
-        _feed(worker, ready, iterator, courier, room)
+        with worker.busy:
+            _feed(worker, ready, iterator, courier, room)
     finally:
         _close(iterator)
 
 
 def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], courier: Courier, room: _Room) -> None:
-    busy, issue, admit, put = worker.busy, courier.issue, room.admit, ready.put
+    end, issue, put = worker.end, courier.issue, ready.put
     while not worker.stopped:
-        if worker.halted:
+        if worker.halted:  # [pause] looked at before each call, with the lock that `pause` wants
             room.listen()
             continue
-        with busy:
-            if worker.halted:  # [pause] it came between the look above and the lock
-                continue
-            try:
-                item = next(iterator)
-            except StopIteration:
-                worker.outcome = StopIteration
-                return
-            parcel = issue(item)
-            del item
-        if not admit(parcel):
+        item = next(iterator, end)
+        if item is end:
+            worker.outcome = StopIteration
             return
-        put(parcel)
+        parcel = issue(item)
+        del item
+        if room.admit(parcel):
+            put(parcel)
         del parcel
 
 
