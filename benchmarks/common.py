@@ -128,10 +128,12 @@ def _run(script: str, names: list[str], options: dict[str, Any], python: str) ->
     except subprocess.TimeoutExpired:
         return {"results": {name: {"cannot": f"not done after {LIMIT} s"} for name in names}}
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         print(done.stderr, file=sys.stderr)
-        return {"results": {name: {"cannot": f"failed: {lines[-1]}"} for name in names}}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith('{"about"'):  # with it, it only died on its way out, as daemon threads do
+        why = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"results": {name: {"cannot": f"failed: {why[-1]}"} for name in names}}
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 

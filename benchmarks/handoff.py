@@ -7,8 +7,21 @@ in the same process, runs interleaved; every contender stands behind the same pi
 waits, buffer 10, with 1 ms between. Idle: the CPU of a process whose buffer is full and whose consumer is away. Nothing
 to hide: wall time over that of plain iteration where only one side has work, 1 ms of computing or of loading.
 
-Last table: not run.
-"""
+Last table: 2026-11-29 · 2 cores, AMD EPYC, Linux · load average 0.6 at the start · device: simulated, not a GPU · torch threads: 1 · python 3.11.7, torch 2.14.1, torchdata 0.9.0, prefetch_generator 1.0.3, spdl-core 0.8.0, grain 0.2.18
+
+| contender            | cost at 1 [µs] | cost at 2 [µs] | cost at 10 [µs] | cost at 64 [µs] | ready p50 [µs] | p99 [µs] | idle [% of a core] | computing only / plain | loading only / plain |
+| -------------------- | -------------- | -------------- | --------------- | --------------- | -------------- | -------- | ------------------ | ---------------------- | -------------------- |
+| sidestream           | 39.3           | 16.9           | 7.52            | 3.39            | 13.5           | 47.2     | 0.0                | 1.04                   | 1.02                 |
+| queue.Queue          | 45.2           | 15.2           | 11.1            | 5.67            | 30.2           | 66.2     | 0.0                | 1.04                   | 1.01                 |
+| prefetch_generator   | 44.8           | 13.0           | 9.76            | 4.92            | 13.6           | 52.2     | 0.0                | 1.04                   | 1.01                 |
+| torchdata prefetch   | 267            | 129            | 23.4            | 3.44            | 5.66           | 36.3     | 13.1               | 1.02                   | 0.99                 |
+| DataLoader, 1 worker | 204            | 117            | 56.1            | 53.1            | 110            | 255      | 0.1                | 1.14                   | 1.08                 |
+| SPDL                 | 248            | 189            | 193             | 184             | 21.6           | 72.8     | 0.4                | 2.12                   | 1.57                 |
+| Grain                | 34.1           | 24.3           | 15.4            | 10.1            | 21.7           | 85.7     | 0.0                | 1.09                   | 1.01                 |
+| torchdata.nodes      | 80.3           | 41.4           | 26.5            | 19.1            | 14.9           | 65.1     | 0.2                | 1.04                   | 1.04                 |
+
+The bare pipe: 1.32 µs an item
+"""  # noqa: E501
 
 from __future__ import annotations
 

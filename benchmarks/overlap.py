@@ -8,33 +8,36 @@ and does not wait until the end; "waits": it waits for the device after each ste
 the longest of the three; 1.00 is perfect. "Wrong": batches, of 50, whose values are not the source's on a device that
 runs work as late as it may.
 
-Last table: 2026-11-29 · 2 cores, AMD EPYC, Linux · load average 0.5 at the start · device: simulated, not a GPU · torch threads: 1 · python 3.11.7, torch 2.14.1, torchdata 0.9.0, prefetch_generator 1.0.3
+Last table: 2026-11-29 · 2 cores, AMD EPYC, Linux · load average 1.2 at the start · device: simulated, not a GPU · torch threads: 1 · python 3.11.7, torch 2.14.1, torchdata 0.9.0, prefetch_generator 1.0.3, spdl-core 0.8.0, grain 0.2.18
 
 Wall / max(load, copy, compute)
 
 | contender                        | ahead: worst | mean | waits: worst | mean | wrong    |
 | -------------------------------- | ------------ | ---- | ------------ | ---- | -------- |
-| plain                            | 2.17         | 1.66 | 3.20         | 2.06 | 0 of 50  |
-| sidestream                       | 1.07         | 1.03 | 1.10         | 1.05 | 0 of 50  |
-| prefetch_generator               | 2.06         | 1.42 | 2.22         | 1.49 | 0 of 50  |
-| torchdata prefetch               | 2.05         | 1.41 | 2.19         | 1.48 | 0 of 50  |
-| torchdata prefetch, pin_memory   | 2.01         | 1.39 | 2.12         | 1.44 | 0 of 50  |
-| DataLoader, 1 worker, pin_memory | 2.03         | 1.44 | 2.22         | 1.52 | 0 of 50  |
-| side stream without event        | 1.14         | 1.07 | 1.15         | 1.07 | 50 of 50 |
+| plain                            | 2.31         | 1.72 | 3.39         | 2.15 | 0 of 50  |
+| sidestream                       | 1.08         | 1.04 | 1.16         | 1.07 | 0 of 50  |
+| prefetch_generator               | 2.08         | 1.44 | 2.29         | 1.52 | 0 of 50  |
+| torchdata prefetch               | 2.06         | 1.42 | 2.18         | 1.48 | 0 of 50  |
+| torchdata prefetch, pin_memory   | 2.01         | 1.39 | 2.14         | 1.46 | 0 of 50  |
+| DataLoader, 1 worker, pin_memory | 2.03         | 1.46 | 2.23         | 1.53 | 0 of 50  |
+| side stream without event        | 1.20         | 1.08 | 1.21         | 1.09 | 50 of 50 |
+| SPDL                             | 2.28         | 1.59 | 2.53         | 1.72 | 0 of 50  |
+| Grain                            | 2.05         | 1.42 | 2.20         | 1.49 | 0 of 50  |
+| torchdata.nodes, PinMemory       | 2.01         | 1.42 | 2.15         | 1.48 | 0 of 50  |
 
 sidestream, cell by cell
 
 | load/compute [ms] | ahead | waits |
 | ----------------- | ----- | ----- |
 | 0.2/0.2           | 1.04  | 1.00  |
-| 0.2/2             | 1.01  | 1.10  |
-| 0.2/5             | 1.00  | 1.05  |
-| 2/0.2             | 1.06  | 1.06  |
-| 2/2               | 1.07  | 1.10  |
-| 2/5               | 1.01  | 1.06  |
-| 5/0.2             | 1.04  | 1.03  |
-| 5/2               | 1.03  | 1.03  |
-| 5/5               | 1.04  | 1.05  |
+| 0.2/2             | 1.01  | 1.11  |
+| 0.2/5             | 1.00  | 1.07  |
+| 2/0.2             | 1.07  | 1.09  |
+| 2/2               | 1.08  | 1.16  |
+| 2/5               | 1.01  | 1.07  |
+| 5/0.2             | 1.05  | 1.04  |
+| 5/2               | 1.05  | 1.04  |
+| 5/5               | 1.05  | 1.07  |
 """  # noqa: E501
 
 from __future__ import annotations

@@ -5,8 +5,19 @@
 First: from `iter()` to the first item, with everything made anew. Break: dropping the iterator after one item, its
 buffer full. End: from the last item to StopIteration. Left: threads and processes, of 20 breaks, one second later.
 
-Last table: not run.
-"""
+Last table: 2026-11-29 · 2 cores, AMD EPYC, Linux · load average 1.3 at the start · device: simulated, not a GPU · torch threads: 1 · python 3.11.7, torch 2.14.1, torchdata 0.9.0, prefetch_generator 1.0.3, spdl-core 0.8.0, grain 0.2.18
+
+| contender            | first item [ms] | break [ms] | end [ms] | left of 20 |
+| -------------------- | --------------- | ---------- | -------- | ---------- |
+| sidestream           | 0.24            | 0.08       | 0.00     | 0          |
+| queue.Queue          | 0.20            | 0.02       | 0.07     | 20         |
+| prefetch_generator   | 0.17            | 0.02       | 0.02     | 20         |
+| torchdata prefetch   | 0.17            | 1.33       | 1.29     | 0          |
+| DataLoader, 1 worker | 28.8            | 15.9       | 0.23     | 0          |
+| SPDL                 | 1.65            | 81.6       | 102      | 0          |
+| Grain                | 0.42            | 0.31       | 0.10     | 0          |
+| torchdata.nodes      | 0.33            | 0.01       | 0.08     | 6          |
+"""  # noqa: E501
 
 from __future__ import annotations
 

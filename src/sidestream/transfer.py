@@ -117,10 +117,10 @@ class Transfer:
 class Pace:
     """Keeps a worker so near to the device that at most `buffer_size` + 3 samples are alive there.
 
-    `note` is number n of the consumer's calls of `next()`: it records an event on the streams that had received samples
-    n - 1 and n - 2, behind the point where the consumer freed the latter. `wait` is number j of the worker's issues: it
-    waits for the event of note j - `buffer_size` - 1, which has been recorded, since a worker with `buffer_size`
-    samples waiting does not go on.
+    `note` is called for the n-th sample that the consumer receives: it records an event on the streams that had
+    received samples n - 1 and n - 2, behind the point where the consumer freed the latter. `wait` is called before the
+    j-th is issued: it waits for the event of note j - `buffer_size` - 1, which has been recorded, since a worker with
+    `buffer_size` samples waiting does not go on. Only samples with memory on the device count.
     """
 
     def __init__(self, buffer_size: int) -> None:
