@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -148,6 +149,79 @@ def test_a_consumer_that_waits_while_another_thread_stops_the_epoch_gets_an_erro
     consumer.join(5)
     gate.opened.set()
     assert [type(error) for error in seen] == [RuntimeError]
+
+
+def test_ending_an_epoch_whose_source_has_ended_but_not_its_items_is_no_quiet_end():
+    dp = IterableWrapper(range(3)).thread_prefetch(10)
+    it = iter(dp)
+    assert next(it) == 0
+    assert settled()  # all is loaded
+    dp.end_epoch()
+    with pytest.raises(RuntimeError, match="was stopped before its source had ended"):
+        next(it)
+
+
+def test_ctrl_c_while_a_worker_is_being_started_leaves_the_iterator_as_it_was(monkeypatch):
+    it = background(range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "ancestors", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(it)
+    assert list(it) == list(range(5))
+
+
+class Interrupted(SimpleQueue):
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_pause_leaves_a_worker_that_can_be_stopped():
+    gate = Gate()
+
+    def source() -> Iterator[int]:
+        yield 0
+        gate.wait()
+
+    it = background(Fn(source))
+    assert next(it) == 0
+    assert gate.reached.wait(5)
+    it.worker.rests = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        it.worker.pause()
+    gate.opened.set()
+    it.close()
+    assert settled()
+
+
+def test_two_threads_that_pause_at_once_both_come_back():
+    gate = Gate()
+
+    def source() -> Iterator[int]:
+        yield 0
+        gate.wait()
+        yield 1
+
+    it = background(Fn(source))
+    assert next(it) == 0
+    assert gate.reached.wait(5)
+    errors: list[BaseException] = []
+
+    def pause() -> None:
+        try:
+            it.worker.pause()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=pause) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert eventually(lambda: it.worker.halted)
+    gate.opened.set()
+    for thread in threads:
+        thread.join(5)
+    assert errors == []
+    it.worker.resume()
+    assert list(it) == [1]
 
 
 def test_seeding_the_graph_in_mid_epoch_is_no_quiet_end():

@@ -120,7 +120,8 @@ class Pace:
     `note` is called for the n-th sample that the consumer receives: it records an event on the streams that had
     received samples n - 1 and n - 2, behind the point where the consumer freed the latter. `wait` is called before the
     j-th is issued: it waits for the event of note j - `buffer_size` - 1, which has been recorded, since a worker with
-    `buffer_size` samples waiting does not go on. Only samples with memory on the device count.
+    `buffer_size` samples waiting does not go on. Only samples with memory on the device count; where the source makes
+    them there, it has made one before `wait`: one more.
     """
 
     def __init__(self, buffer_size: int) -> None:

@@ -74,7 +74,8 @@ class Worker:
         self.halted = False  # paused, or on the wrong side of a fork: next() has to look
         self.forked = False
         self.left_behind = False  # it was stuck when somebody waited for it; nobody waits again but the exit hook
-        self.busy = threading.Lock()  # held by the worker, but where it waits for a word
+        self.asking = False  # the thread may ask its source; False where it waits for a word
+        self.rests: SimpleQueue[None] = SimpleQueue()  # a word when it comes to rest while it is halted
         self.taken: SimpleQueue[int] = SimpleQueue()
         self.ready: Callable[[], SimpleQueue[Any] | None] = lambda: None
         self.thread: threading.Thread | None = None
@@ -86,9 +87,9 @@ class Worker:
         self.parent = _current.get()
         words = (self, ready, capture(), *args)
         self.thread = threading.Thread(target=_run, args=words, name=self.name, daemon=True)
-        _started.difference_update([worker for worker in tuple(_started) if not worker.runs()])
-        _started.add(self)
         try:
+            _started.difference_update([worker for worker in tuple(_started) if not worker.runs()])
+            _started.add(self)
             if any(worker.stopped for worker in self.ancestors()):  # [late child] the request has seen this child, or
                 self.request()  # the child sees the request
             self.thread.start()
@@ -149,11 +150,21 @@ class Worker:
         """
         if not self.runs():
             return
-        self.halted = True
-        if not self.busy.acquire(timeout=self.close_timeout):
-            msg = f"{self.name}: the source's next() did not end within {self.close_timeout:g} seconds"
-            raise TimeoutError(msg)
-        self.busy.release()  # [pause] the worker looks at `halted` after it has taken this lock
+        self.halted = True  # [pause] the thread looks at this after it has said that it asks, and again when it rests
+        deadline = time.monotonic() + self.close_timeout
+        while self.asking:
+            try:
+                self.rests.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                msg = f"{self.name}: the source's next() did not end within {self.close_timeout:g} seconds"
+                raise TimeoutError(msg) from None
+            self.rests.put(None)  # for another thread that waits here; one too many does no harm
+
+    def rest(self) -> None:
+        """Say that the source is not asked now, also to those who wait in `pause`."""
+        self.asking = False
+        if self.halted:
+            self.rests.put(None)
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -174,7 +185,7 @@ class BackgroundIterator(Iterator[Any]):
         weigh: The size of a parcel [bytes].
     """
 
-    __slots__ = ("__weakref__", "_begun", "_closed", "_make_courier", "_room", "_source", "worker")
+    __slots__ = ("__weakref__", "_begun", "_closed", "_cut", "_make_courier", "_room", "_source", "worker")
 
     def __init__(  # noqa: PLR0913 - six words, said once
         self,
@@ -188,6 +199,7 @@ class BackgroundIterator(Iterator[Any]):
     ) -> None:
         self.worker = worker
         self._closed = False
+        self._cut = False  # items were dropped that nobody had asked for
         self._source: Iterable[Any] | None = source
         self._make_courier = make_courier
         self._room = _Room(worker, buffer_size, max_bytes, weigh)
@@ -228,7 +240,7 @@ class BackgroundIterator(Iterator[Any]):
             ready, _ = begun
             with suppress(Empty):  # a thread that is stuck would hold all of it
                 while True:
-                    ready.get_nowait()
+                    self._cut |= ready.get_nowait() is not self.worker.end
             ready.put(self.worker.end)
 
     def __del__(self) -> None:
@@ -265,7 +277,7 @@ class BackgroundIterator(Iterator[Any]):
     def _end(self) -> NoReturn:
         """Raise how the source ended; after that, and after `close`, StopIteration."""
         outcome = StopIteration if self._closed else self.worker.outcome
-        if outcome is None:  # [last word] a short epoch must not look like a whole one
+        if outcome is None or (self._cut and not self._closed):  # [last word] a short epoch must not look like a whole
             msg = f"{self.worker.name} was stopped before its source had ended"
             raise RuntimeError(msg)
         self.worker.outcome = StopIteration
@@ -287,12 +299,12 @@ class _Room:
         self.sizes: deque[int] = deque()  # of what waits, if it is weighed
 
     def listen(self) -> None:
-        """Wait for words: one was taken, or none but a flag has changed. Here alone the worker is not busy."""
-        busy, words = self.worker.busy, self.worker.taken
-        busy.release()
+        """Wait for words, and take all that are there: one was taken, or none but a flag has changed."""
+        worker, words = self.worker, self.worker.taken
+        worker.rest()
         taken = words.get()
-        busy.acquire()
-        for _ in range(words.qsize()):  # all at once: the lock is for a wait, not for an item
+        worker.asking = True
+        for _ in range(words.qsize()):
             taken += words.get()
         self.items += taken
         if self.weigh is not None:
@@ -328,17 +340,18 @@ def _work(worker: Worker, ready: SimpleQueue[Any], source: Iterable[Any], courie
     if worker.stopped:
         return
     iterator = iter(source)
+    worker.asking = True
     try:
-        with worker.busy:
-            _feed(worker, ready, iterator, courier, room)
+        _feed(worker, ready, iterator, courier, room)
     finally:
+        worker.rest()
         _close(iterator)
 
 
 def _feed(worker: Worker, ready: SimpleQueue[Any], iterator: Iterator[Any], courier: Courier, room: _Room) -> None:
     end, issue, put = worker.end, courier.issue, ready.put
     while not worker.stopped:
-        if worker.halted:  # [pause] looked at before each call, with the lock that `pause` wants
+        if worker.halted:  # [pause] looked at before each call, after `asking` was set
             room.listen()
             continue
         item = next(iterator, end)
