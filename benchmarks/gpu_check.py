@@ -86,10 +86,12 @@ def wrong(name: str, options: dict[str, Any]) -> dict[str, Any]:
 # --- Speed of copies ------------------------------------------------------------------------------------------------
 
 
-def large_batch(options: dict[str, Any], *, pin: bool) -> torch.Tensor:
+def large_batches(options: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """One in pinned and one in pageable memory, and how long a raw copy of it takes [seconds]."""
     megabytes = 1 if options["quick"] else 64 if real() else 8
     batch = torch.ones(megabytes << 20, dtype=torch.uint8)
-    return batch.pin_memory() if pin else batch
+    for kind, one in (("pinned", batch.pin_memory()), ("pageable", batch)):
+        yield kind, one, raw_seconds(one)
 
 
 def raw_seconds(batch: torch.Tensor, n: int = 10) -> float:
@@ -118,9 +120,7 @@ def bandwidth(name: str, options: dict[str, Any]) -> dict[str, Any]:
     device.reset("timed")
     n = 4 if options["quick"] else 100 if real() else 10
     found: dict[str, Any] = {}
-    for kind in ("pinned", "pageable"):
-        batch = large_batch(options, pin=kind == "pinned")
-        raw = raw_seconds(batch)
+    for kind, batch, raw in large_batches(options):
         each = seconds_each(MOVERS[name](Cycle(n, [batch]), SIZE), n)
         found |= {f"{kind} source [GB/s]": batch.nbytes / each / 1e9, f"{kind} source, of raw": raw / each}
     return {"raw [GB/s]": batch.nbytes / raw / 1e9, **found}
@@ -137,10 +137,8 @@ def hidden(name: str, options: dict[str, Any]) -> dict[str, Any]:
     device.reset("timed")
     n = 4 if options["quick"] else 200 if real() else 15
     found: dict[str, Any] = {}
-    for kind in ("pinned", "pageable"):
-        batch = large_batch(options, pin=kind == "pinned")
+    for kind, batch, copy in large_batches(options):
         pipe, resident = MOVERS[name](Cycle(n, [batch]), SIZE), Cycle(n, [batch])
-        copy = raw_seconds(batch)
         each = copy if kind == "pinned" else seconds_each(pipe, n)
         for factor in (1.2, 2):
             took = [device.seconds_between(partial(steps, one, factor * each)) for one in (pipe, resident)]

@@ -44,7 +44,6 @@ import common
 import device
 from peers import LOADERS, MOVERS, OTHER_LOADERS, OTHER_MOVERS, Build
 
-OTHERS = {*OTHER_LOADERS, *OTHER_MOVERS}
 SIDE = 160  # [pixels]
 BATCH = 16
 
@@ -111,14 +110,16 @@ def train(pipe: Iterable[Any], trainer: Trainer | None) -> float:
     return time.perf_counter() - start
 
 
-def builders(options: dict[str, Any]) -> dict[str, Build]:
-    on_gpu = device.have_gpu(simulated=options["simulated"])
-    return {**MOVERS, **OTHER_MOVERS} if on_gpu else {**LOADERS, **OTHER_LOADERS}
+def contenders(*, on_gpu: bool) -> tuple[dict[str, Build], dict[str, Build]]:
+    """Those of this environment, and those that need one of their own."""
+    return (MOVERS, OTHER_MOVERS) if on_gpu else (LOADERS, OTHER_LOADERS)
 
 
 def measure(contender: str, options: dict[str, Any]) -> dict[str, Any]:
-    where = "cuda" if device.have_gpu(simulated=options["simulated"]) else "cpu"
-    build, plain = builders(options)[contender], builders(options)["plain"]
+    on_gpu = device.have_gpu(simulated=options["simulated"])
+    where = "cuda" if on_gpu else "cpu"
+    here, others = contenders(on_gpu=on_gpu)
+    build, plain = {**here, **others}[contender], here["plain"]
     n, repeats = (BATCH, 1) if options["quick"] else (640, 5)
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), n)
@@ -144,6 +145,5 @@ def table(results: common.Results) -> str:
 
 
 if __name__ == "__main__":
-    names = builders({"simulated": "--simulated" in sys.argv})
-    others = [name for name in names if name in OTHERS]
-    common.main(__file__, __doc__, [name for name in names if name not in OTHERS], table, others=others)
+    here, others = contenders(on_gpu=device.have_gpu(simulated="--simulated" in sys.argv))
+    common.main(__file__, __doc__, here, table, others=others)

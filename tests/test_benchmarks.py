@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,37 @@ def test_what_an_early_break_leaves_is_counted():
     assert result("start_stop", "queue.Queue")["left"] == 3
 
 
+def printed_by(code: str) -> str:
+    """What `code` prints in a process of its own, with the benchmarks to import from."""
+    code = "import sys; sys.path.append(sys.argv[1])\n" + textwrap.dedent(code)
+    command = [sys.executable, "-c", code, str(BENCHMARKS)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def test_a_peer_that_is_missing_says_so():
-    code = """
-        import sys; sys.path.append(sys.argv[1])
+    printed = printed_by("""
         sys.modules["prefetch_generator"] = None
         import child, handoff
         print(child.attempt(handoff, "prefetch_generator", {"quick": True}))
-    """
-    code = "\n".join(line.strip() for line in code.splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "{'cannot': 'not installed: prefetch_generator'}\n"
+    """)
+    assert printed == "{'cannot': 'not installed: prefetch_generator'}\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "right"),
+    [
+        ('\n{"about": {}, "results": {"x": {"rounds": [1]}}}\n', {"rounds": [1]}),
+        ("", {"cannot": "failed: terminate called"}),
+    ],
+)
+def test_a_contender_that_dies_keeps_the_result_that_it_has_printed(out, right):
+    printed = printed_by(f"""
+        import common, subprocess
+        done = subprocess.CompletedProcess([], -6, {out!r}, "terminate called")
+        subprocess.run = lambda *_, **options: done
+        print(common._run("overlap", ["x"], {{}}, "python")["results"]["x"])
+    """)
+    assert printed == f"{right}\n"
 
 
 def test_the_pictures_are_drawn_from_the_reports(sim, tmp_path):

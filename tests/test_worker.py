@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,6 +41,21 @@ class Plain:
 
 def background(source: Any, courier: Plain | None = None) -> BackgroundIterator:
     return BackgroundIterator(source, lambda: courier or Plain(), Worker("worker", 2.0), buffer_size=2)
+
+
+def at_a_gate(after: Callable[[], Iterator[int]] = lambda: iter(())) -> tuple[BackgroundIterator, Gate]:
+    """An iterator whose first item is taken, and whose source waits at the gate; what comes `after` it."""
+    gate = Gate()
+
+    def source() -> Iterator[int]:
+        yield 0
+        gate.wait()
+        yield from after()
+
+    it = background(Fn(source))
+    assert next(it) == 0
+    assert gate.reached.wait(5)
+    return it, gate
 
 
 def bad_ending() -> Iterator[int]:
@@ -105,16 +120,10 @@ def test_a_start_that_fails_or_is_interrupted_loses_nothing(monkeypatch, error: 
 
 
 def test_an_error_that_meets_a_stop_is_no_quiet_end():
-    gate = Gate()
-
-    def source() -> Iterator[int]:
-        yield 0
-        gate.wait()
+    def late() -> Iterator[int]:
         raise ValueError("late")
 
-    it = background(Fn(source))
-    assert next(it) == 0
-    assert gate.reached.wait(5)
+    it, gate = at_a_gate(late)
     it.worker.request()
     gate.opened.set()
     assert settled()
@@ -176,15 +185,7 @@ class Interrupted(SimpleQueue):
 
 
 def test_ctrl_c_in_pause_leaves_a_worker_that_can_be_stopped():
-    gate = Gate()
-
-    def source() -> Iterator[int]:
-        yield 0
-        gate.wait()
-
-    it = background(Fn(source))
-    assert next(it) == 0
-    assert gate.reached.wait(5)
+    it, gate = at_a_gate()
     it.worker.rests = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         it.worker.pause()
@@ -194,16 +195,7 @@ def test_ctrl_c_in_pause_leaves_a_worker_that_can_be_stopped():
 
 
 def test_two_threads_that_pause_at_once_both_come_back():
-    gate = Gate()
-
-    def source() -> Iterator[int]:
-        yield 0
-        gate.wait()
-        yield 1
-
-    it = background(Fn(source))
-    assert next(it) == 0
-    assert gate.reached.wait(5)
+    it, gate = at_a_gate(lambda: iter([1]))
     errors: list[BaseException] = []
 
     def pause() -> None:

@@ -276,8 +276,8 @@ class BackgroundIterator(Iterator[Any]):
 
     def _end(self) -> NoReturn:
         """Raise how the source ended; after that, and after `close`, StopIteration."""
-        outcome = StopIteration if self._closed else self.worker.outcome
-        if outcome is None or (self._cut and not self._closed):  # [last word] a short epoch must not look like a whole
+        outcome = StopIteration if self._closed else None if self._cut else self.worker.outcome
+        if outcome is None:  # [last word] a short epoch must not look like a whole one
             msg = f"{self.worker.name} was stopped before its source had ended"
             raise RuntimeError(msg)
         self.worker.outcome = StopIteration
